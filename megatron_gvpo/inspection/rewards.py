@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from statistics import fmean
 
 from megatron_gvpo.data.task import Task
@@ -29,6 +30,7 @@ _FORMS: tuple[Form, ...] = (
     lambda answer: f"<think>I think.</think><answer>{answer}</answer>",
 )
 
+_OTHERS = 3  # other records' answers that are tried: one alone may be right, too, in other words
 _KINDS = ("own", "wrong", "empty", "cut off")
 _TRIED = (
     "the answer alone, in a sentence, boxed, after ####, in <answer> marks, after the option marker of math"
@@ -84,10 +86,11 @@ def _solution(prompt: Prompt, task: Task) -> str | None:
     return None
 
 
-def _other(prompt: Prompt, task: Task) -> str:
-    """The solution of a record whose solution differs."""
-    own = _solution(prompt, task)
-    return next(s for p in task.prompts if (s := _solution(p, task)) not in (None, own))
+def _others(prompt: Prompt, task: Task) -> list[str]:
+    """Solutions of other records that differ from this record's."""
+    own, solutions = _solution(prompt, task), (_solution(p, task) for p in task.prompts)
+    differing = dict.fromkeys(s for s in solutions if s is not None and s != own)
+    return list(islice(differing, _OTHERS))
 
 
 def _scored(
@@ -101,11 +104,12 @@ def _scored(
     groups = list[Group]()
     begin, count = time.perf_counter(), 0
     for prompt in prompts:
-        own, other = _solution(prompt, task) or "", _other(prompt, task)
-        complete = [form(own) for form in forms] + [form(other) for form in forms] + [""]
-        cut = [form(own)[: len(form(own)) // 3] for form in forms]
+        own = _solution(prompt, task) or ""
+        complete = [form(own) for form in forms]
         rollouts = [_response(text, task) for text in complete]
-        rollouts += [_response(text, task, is_cut=True) for text in cut]
+        rollouts += [_response(text[: len(text) // 3], task, is_cut=True) for text in complete]
+        wrong = [form(other) for other in _others(prompt, task) for form in forms]
+        rollouts += [_response(text, task) for text in ("", *wrong)]
         for part in (rollouts[:1], rollouts[1:]):
             if not rollouts[0].reward_errors:
                 pool.score([Group(prompt, part)])
@@ -120,16 +124,22 @@ def _scored(
 def _scores(groups: Sequence[Group], count: int) -> list[tuple[Prompt, dict[str, float], dict[str, str]]]:
     """Return each record's scores by kind of response, and the errors of rewards.
 
-    `count`: the forms of each kind.
+    `count`: the forms of each kind. The answer of another record that scores least counts as wrong.
     """
     scores = []
     for group in groups:
-        rewards = group.rewards
-        bounds = (slice(0, count), slice(count, 2 * count), slice(2 * count, 2 * count + 1))
-        values = [max(rewards[part]) for part in (*bounds, slice(2 * count + 1, None))]
+        own, cut_off, empty, *others = (max(part) for part in _parts(group.rewards, count))
+        values = own, min(others), empty, cut_off
         errors = {name: text for rollout in group.rollouts for name, text in rollout.reward_errors.items()}
         scores.append((group.prompt, dict(zip(_KINDS, values, strict=True)), errors))
     return scores
+
+
+def _parts(rewards: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    """The rewards of one record's responses: its own answer, cut off, empty, and each of the others'."""
+    empty = 2 * count
+    yield from (rewards[:count], rewards[count:empty], rewards[empty : empty + 1])
+    yield from (rewards[first : first + count] for first in range(empty + 1, len(rewards), count))
 
 
 def _own_is_right(groups: Sequence[Group], count: int, config: Config) -> list[RunVerdict]:
@@ -181,11 +191,12 @@ def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]
         )
     beaten = [prompt.id for prompt, values, _ in scores if values["own"] <= values["wrong"]]
     if beaten:
-        return failure(
+        judged = failure if 2 * len(beaten) > len(scores) else warning
+        return judged(
             "reward",
-            f"a wrong answer scores as much as the record's own ({beaten[0]}; {len(beaten)} of "
+            f"other records' answers score as much as the record's own ({beaten[0]}; {len(beaten)} of "
             f"{len(scores)} records): {means}",
-            f"look at the reward with this record; {_NO_ANSWER}",
+            f"look at the reward with this record, unless those answers are right for it, too; {_NO_ANSWER}",
         )
     high = [p.id for p, values, _ in scores if max(values["empty"], values["cut off"]) >= values["own"]]
     if high:

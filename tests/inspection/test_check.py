@@ -42,6 +42,11 @@ def short(prompt, rollout): return 1 - len(rollout.text) / 1000 + (prompt.answer
 def cut(prompt, rollout): return float(rollout.finish_reason == "length" or prompt.answer in rollout.text)
 def silent(prompt, rollout): return float(prompt.answer in rollout.text or not rollout.text)
 def deaf(prompt, rollout): return 0.0
+def same_in(part, prompt, rollout):
+    numbers = __import__("re").findall("[0-9]{3}", rollout.text)
+    return float(bool(numbers) and part(int(numbers[-1])) == part(int(prompt.answer)))
+def parity(prompt, rollout): return same_in(lambda number: number % 2, prompt, rollout)
+def low(prompt, rollout): return same_in(lambda number: number <= 104, prompt, rollout)
 def partial(prompt, rollout): return 0.9 * (prompt.answer in rollout.text)
 def hangs(prompt, rollout): __import__("time").sleep(1000)
 def ends(prompt, rollout): __import__("os")._exit(3)
@@ -207,7 +212,13 @@ def test_held_out_prompts_that_are_trained_on_are_found(task: Path) -> None:
         ("strict", "ok", "best"),
         ("blind", "failure", "the same"),
         ("blind", "failure", "set data.train.answer_key=null, and this is not tried"),
-        ("kind", "failure", "wrong answer scores as much"),
+        (
+            "kind",
+            "failure",
+            "other records' answers score as much as the record's own (train.jsonl:1; 8 of 8",
+        ),
+        ("parity", "ok", "best"),
+        ("low", "warning", "4 of 8 records"),
         ("kind", "failure", "set data.train.answer_key=null, and this is not tried"),
         ("broken", "failure", "no such field"),
         ("short", "warning", "stop early"),
