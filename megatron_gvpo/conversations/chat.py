@@ -163,16 +163,23 @@ def _is_deep(values: Any, deepest: int) -> bool:
     return isinstance(values, dict | list) and any(_is_deep(value, deepest - 1) for value in inner)
 
 
-def begins_with(chat: Sequence[Message], earlier: Sequence[Message]) -> bool:
-    """True if a chat begins with an earlier one, apart from calls' numbers and white space around texts."""
+def begins_with(chat: Sequence[Message], earlier: Sequence[Message], with_thoughts: bool = True) -> bool:
+    """True if a chat begins with an earlier one, apart from calls' numbers and white space around texts.
+
+    Without `with_thoughts`, the thoughts of answers make no difference either.
+    """
     return len(earlier) <= len(chat) and all(
-        _compared(read_message(a)) == _compared(b) for a, b in zip(earlier, chat, strict=False)
+        _compared(read_message(a), with_thoughts) == _compared(b, with_thoughts)
+        for a, b in zip(earlier, chat, strict=False)
     )
 
 
-def _compared(message: Message) -> tuple[Any, ...]:
+def _compared(message: Message, with_thoughts: bool) -> tuple[Any, ...]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return message["role"], message["content"].strip(), message.get("reasoning_content"), calls
+    content, reasoning = message["content"], message.get("reasoning_content")
+    if message["role"] == "assistant" and not with_thoughts:
+        content, reasoning = behind_thoughts(content), None
+    return message["role"], content.strip(), reasoning, calls
 
 
 def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message, str]:

@@ -18,6 +18,7 @@ from megatron_gvpo.groups import Prompt, Rollout, message_text
 from megatron_gvpo.servers.request import Request, derived_seed
 
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code
+_MOST_GIVEN_UP = 100  # a program that never waits for answers would go on for ever
 Templates = Callable[[str], Template]  # the template that shows these tools, given as JSON
 
 
@@ -50,6 +51,7 @@ class Dialogue:
         self._calls = AnsweredCalls(prompt.token_ids)
         self._started: Counter[int] = Counter()  # number of calls, by the hash of the context
         self._turns = 0  # calls that were answered or are running
+        self._given_up = 0  # calls whose client went away before the answer
         self._reserved = 0  # tokens that running calls may take
         self._running: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Condition()
@@ -116,7 +118,7 @@ class Dialogue:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
-        reserved = 0
+        reserved, is_answered = 0, False
         try:
             reserved = await self._reserve(context, most or self._limits.turn_tokens, self._spent + idle)
             self._spent += idle
@@ -124,7 +126,9 @@ class Dialogue:
             seed = derived_seed(self._seed, *context, self._started[hash(context)])
             self._started[hash(context)] += 1
             try:
-                return await self._respond(Request(context, 1, seed, reserved))
+                response = await self._respond(Request(context, 1, seed, reserved))
+                is_answered = True
+                return response
             except Exception as error:
                 if not self.failed.done():
                     self.failed.set_exception(error)
@@ -133,6 +137,9 @@ class Dialogue:
             self._running.discard(task)
             if reserved:
                 self.note_activity()
+                if not is_answered:
+                    self._turns -= 1
+                    self._given_up += 1
             async with self._freed:
                 self._reserved -= reserved
                 self._freed.notify_all()
@@ -172,6 +179,8 @@ class Dialogue:
         problem = None
         if self._turns >= self._limits.turns:
             problem = f"no turns are left: rollout.conversation.turns={self._limits.turns}", "turns"
+        elif self._given_up >= _MOST_GIVEN_UP:
+            problem = f"the client gave up {self._given_up} calls: it is to wait longer for answers", "turns"
         elif seconds > self._limits.seconds:
             limit = f"rollout.conversation.rollout_timeout={self._limits.seconds:g} seconds"
             problem = f"no time is left: {limit}", "time"
@@ -277,7 +286,8 @@ class AnsweredCalls:
         """Return the calls without failed attempts that were repeated.
 
         An agent that calls twice with the same context tries again. Of these calls those count whose answers
-        are in the context of a later call; if there are none, the last one counts.
+        are in the context of a later call; if there are none, those whose answers a later call has without
+        their thoughts; and otherwise the last one.
         """
         attempts = defaultdict[tuple[tuple[int, int], str], list[AnsweredCall]](list)
         for call in self.calls:
@@ -286,7 +296,7 @@ class AnsweredCalls:
         # A call that shows an answer has a longer context than the call that was answered.
         for _, same in sorted(attempts.items(), key=lambda item: -item[0][0][0]):
             if len(same) > 1:
-                same = self._shown(same, counted) or same[-1:]
+                same = self._shown(same, counted) or self._shown_in_messages(same) or same[-1:]
             counted += same
         return sorted(counted, key=lambda call: call.number)
 
@@ -297,6 +307,19 @@ class AnsweredCalls:
             context = self.end(other)[: other.context[0]]
             shown |= {i for i, end in enumerate(ends) if context[: len(end)] == end}
         return [attempts[i] for i in sorted(shown)]
+
+    def _shown_in_messages(self, attempts: Sequence[AnsweredCall]) -> list[AnsweredCall]:
+        """The attempts whose answers, without thoughts, appear in the messages of later calls."""
+        chats = [(call.number, call.messages[:-1]) for call in self.calls]
+        return [
+            attempt
+            for attempt in attempts
+            if attempt.messages
+            and any(
+                number > attempt.number and begins_with(chat, attempt.messages, with_thoughts=False)
+                for number, chat in chats
+            )
+        ]
 
     def rollout(self, calls: Sequence[AnsweredCall]) -> Rollout:
         """Return these calls as the turns of one rollout."""

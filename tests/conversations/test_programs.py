@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from helpers.machine.processes import command_of
 from helpers.paths import HELPERS
 from helpers.suite.real_parts import used
 
-from megatron_gvpo.conversations import proxy
+from megatron_gvpo.conversations import dialogue, proxy
 from megatron_gvpo.conversations.chat import (
     RequestRefused,
     answer_of,
@@ -29,7 +30,8 @@ from megatron_gvpo.conversations.chat import (
     read_message,
 )
 from megatron_gvpo.conversations.conversations import BatchedPolicy
-from megatron_gvpo.conversations.dialogue import AnsweredCalls
+from megatron_gvpo.conversations.converse import ConversationLimits
+from megatron_gvpo.conversations.dialogue import AnsweredCalls, Dialogue
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.core.collectives import all_gather_msgpack
 from megatron_gvpo.core.errors import ConfigError
@@ -263,6 +265,43 @@ def test_a_long_chat_is_kept_once_and_not_once_for_every_call() -> None:
         chat += [answer, {"role": "user", "content": "b"}]
     assert len({id(m) for call in calls.calls for m in call.messages}) < 300
     assert [len(call.messages) for call in calls.calls] == list(range(2, 202, 2))
+
+
+def test_of_several_answers_the_one_that_is_sent_back_without_its_thoughts_is_trained() -> None:
+    """Reasoning models get their answers back so; the last answer was trained in its place."""
+    calls, chat = AnsweredCalls((1, 2)), [{"role": "user", "content": "a"}]
+    for content, token_ids in (("<think>long</think>one", [5, 6, END]), ("<think>so</think>two", [7, END])):
+        answer = {"role": "assistant", "content": content}
+        calls.add((1, 2), Rollout(token_ids, [-0.5] * len(token_ids), "", "stop"), messages=[*chat, answer])
+    chat += [{"role": "assistant", "content": "one"}, {"role": "user", "content": "b"}]
+    last = {"role": "assistant", "content": "three"}
+    calls.add((1, 2, 6, END, 3), Rollout([4, END], [-0.5] * 2, "", "stop"), messages=[*chat, last])
+    assert [call.number for call in calls.without_retries()] == [0, 2]
+
+
+def test_a_call_that_its_client_gives_up_uses_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogue, "_MOST_GIVEN_UP", 3)
+
+    async def respond(request: Request) -> Rollout:
+        await asyncio.sleep(0.05)
+        return Rollout([7], [-0.1], "", "stop")
+
+    async def converse() -> list[int]:
+        limits = ConversationLimits(2, 100, 10, 64)
+        calls = Dialogue(respond, lambda _: None, Prompt("0", (1, 2), "p"), 1, limits, 8)
+        lengths = []
+        for seconds in (0.01, 0.01, 9, 0.01, 9):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    answer = await calls.ask((1, 2), None)
+                    calls.record((1, 2), answer, "")
+                    lengths.append(len(answer.token_ids))
+        return lengths
+
+    with pytest.raises(RequestRefused, match="gave up 3 calls"):
+        asyncio.run(converse())
+    monkeypatch.setattr(dialogue, "_MOST_GIVEN_UP", 4)
+    assert asyncio.run(converse()) == [1, 1]
 
 
 def test_compaction_and_stripped_thinking_begin_segments(harness: Harness) -> None:
