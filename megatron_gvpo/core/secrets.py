@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import DEPTH
-from megatron_gvpo.core.redaction import REDACTED, SHORTEST, add_secret, credentials_in_urls, hide
+from megatron_gvpo.core.redaction import (
+    REDACTED,
+    SHORTEST,
+    add_secret,
+    credentials_in_urls,
+    hide,
+    hide_credentials,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -23,7 +30,10 @@ _SECRET_NAME = re.compile(
     r"(?:^|[_-])(?:api_?key|key|token|pass(?:word|wd|phrase)|secret|credentials?|authorization|bearer)$", re.I
 )
 _API_KEY = re.compile(r"(?:api|access|private|secret)[_-]?key$", re.I)
+_VARIABLE = re.compile(r"\{env: ([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z_]{1,24}")
+# Parts of the keys of values that the user's code, or a service, gets: any of them may be a secret.
+_PASSED_ON = {"options", "request", "env", "headers", "command", "args", "url", "urls", "api_key_env"}
 # A pattern of services' keys, which are neither words nor paths.
 _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/.~][^\s]{11,}")
 
@@ -65,9 +75,10 @@ def _resolved(values: Any, at: str, done: dict[int, Any], depth: int) -> Any:
 def read_variable(name: str, key: str) -> str:
     """The secret in the environment variable that configuration key `key` names.
 
-    From then on output hides it, unless it consists of letters only and neither name says that it is a
-    secret, because a variable may also contain the name of a field or a directory. Raises ValueError, which
-    names key and variable, for a variable that is not set, or that has a line break.
+    From then on output hides it if one of the two names says that it is a secret, or if the user's code or a
+    service gets it and it does not consist of letters only. A variable may also contain a project, a
+    directory or the name of a field, which texts and paths have as well. Raises ValueError, which names key
+    and variable, for a variable that is not set, or that has a line break.
     """
     value = os.environ.get(name, "")
     if not value:
@@ -75,7 +86,8 @@ def read_variable(name: str, key: str) -> str:
     if not value.isprintable():  # such as a line break at the end, which no HTTP header takes
         raise ValueError(f"{key}: ${name} contains a line break or another character that cannot be printed")
     _sources[value] = source = f"{{env: {name}}}"
-    if not _WORD.fullmatch(value) or any(_names_secret(n, value) for n in (name, key.rpartition(".")[2])):
+    is_named = any(_names_secret(n, value) for n in (name, key.rpartition(".")[2]))
+    if is_named or (_is_passed_on(key) and not _WORD.fullmatch(value)):
         add_secret(value, source)
     for credential in credentials_in_urls(value):
         add_secret(credential)
@@ -134,10 +146,9 @@ def literal_secrets(values: Any) -> list[str]:
         if from_variable(value):
             continue
         credentials = list(credentials_in_urls(value))
-        if REDACTED in credentials or (value == REDACTED and _is_secret_option(key, value)):
+        if (problem := _gap(key, value, credentials)) is not None:
             raise ConfigError(
-                f"{key}: the secret was removed when this file was written: give it again, as "
-                f"'{key}={{env: NAME}}', with the value in the environment variable NAME"
+                f"{key}: {problem}, as '{key}={{env: NAME}}', with the value in the environment variable NAME"
             )
         for credential in credentials:
             add_secret(credential)
@@ -146,6 +157,15 @@ def literal_secrets(values: Any) -> list[str]:
         if is_secret or credentials:
             keys.append(key)
     return keys
+
+
+def _gap(key: str, value: str, credentials: Sequence[str]) -> str | None:
+    """Says which secret a text lacks that a run has written without it, and what to do; None for no gap."""
+    if REDACTED in credentials or (value == REDACTED and _is_secret_option(key, value)):
+        return "the secret was removed when this file was written: give it again"
+    if _is_passed_on(key) and _VARIABLE.search(value):
+        return "`{env: NAME}` stands for a whole value, not for a part of a text: give all of it"
+    return None
 
 
 def as_written(config: BaseModel) -> dict[str, Any]:
@@ -166,9 +186,12 @@ def _written(value: Any, at: str) -> Any:
     if not isinstance(value, str):
         return value
     if value in _sources:
-        name = re.fullmatch(r"\{env: (.*)\}", _sources[value])
+        name = _VARIABLE.fullmatch(_sources[value])
         return {"env": name[1]} if name else REDACTED
-    return REDACTED if _is_secret_option(at, value) else hide(value)
+    if _is_secret_option(at, value):
+        return REDACTED
+    # A path or a name that has the value of a variable in it must load as it is.
+    return hide(value) if _is_passed_on(at) else hide_credentials(value)
 
 
 def _strings(values: Any, at: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -187,6 +210,10 @@ def _is_secret_option(at: str, value: str) -> bool:
     """True for an option of a user's function whose name is a secret's; no key of the schema is one."""
     before, _, name = at.rpartition(".")
     return "options" in before.split(".") and bool(value) and _names_secret(name, value)
+
+
+def _is_passed_on(key: str) -> bool:
+    return not _PASSED_ON.isdisjoint(key.split("."))
 
 
 def _names_secret(name: str, value: str) -> bool:

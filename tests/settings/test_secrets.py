@@ -170,7 +170,10 @@ def test_a_secret_is_hidden_where_a_text_was_cut_off_inside_it(judge_key: None):
         ("FIELD", "correcthorse", "rewards.components.0.options.password", True),
         ("DB_PASSWORD", "horsebattery", "rewards.components.0.options.login", True),
         ("DB_PASSWORD", "horse", "rewards.components.0.options.login", False),
-        ("PLACE", "runs/2026-11", "output_dir", True),
+        ("PLACE", "runs/2026-11", "output_dir", False),
+        ("PROJECT", "team7x", "logging.wandb_project", False),
+        ("SITE", "team7x", "rewards.components.0.options.site", True),
+        ("MINE", "q1w2e3r4", "teacher.servers.api_key_env", True),
     ],
 )
 def test_a_word_is_hidden_only_where_a_name_says_that_it_is_a_secret(
@@ -179,6 +182,32 @@ def test_a_word_is_hidden_only_where_a_name_says_that_it_is_a_secret(
     monkeypatch.setenv(name, value)
     assert read_variable(name, key) == value
     assert hide_secrets(f"the {value}?") == (f"the {{env: {name}}}?" if is_hidden else f"the {value}?")
+
+
+def test_a_variable_that_is_a_part_of_a_path_leaves_the_path_as_it_is(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """config.yaml had `output_dir: runs/{env: PROJECT}/x`, so that the resumed run began there anew."""
+    monkeypatch.setenv("PROJECT", "team7x")
+    monkeypatch.setenv("JUDGE_MODEL", "qwen3-8b")
+    config = load_config(
+        [good],
+        [
+            *("logging.wandb_project={env: PROJECT}", "output_dir=runs/team7x/run"),
+            *(reward("{model: {env: JUDGE_MODEL}}"), "model.path=models/qwen3-8b"),
+        ],
+    )
+    written = as_written(config)
+    assert written["logging"]["wandb_project"] == {"env": "PROJECT"}
+    assert written["output_dir"] == "runs/team7x/run" and written["model"]["path"] == "models/qwen3-8b"
+    assert build_config(written) == config
+
+
+def test_a_variable_inside_a_text_is_refused(good: Path):
+    """It was given to the user's function as it stands."""
+    key = "rewards.components.0.options.url"
+    with pytest.raises(ConfigError, match=rf"^{key}: `\{{env: NAME\}}` stands for a whole value"):
+        load_config([good], [reward("{url: 'https://{env: HOST}/v1'}")])
 
 
 def test_keys_of_the_environment_are_hidden(good: Path, monkeypatch: pytest.MonkeyPatch):
