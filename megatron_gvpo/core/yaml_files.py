@@ -43,8 +43,9 @@ class Loader(yaml.SafeLoader):
             problem = f"mappings merged by << have more than {_MOST_KEYS:,} keys"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that is given twice."""
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Refuse a key that is given twice; a key that `<<` merges later may come again."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -53,7 +54,7 @@ class Loader(yaml.SafeLoader):
                 problem = f"key {key_node.value!r} given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 # For a field of type bool, pydantic still understands yes, no, on and off.

@@ -8,6 +8,7 @@ from helpers.inputs.good_config import GOOD, message
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.core.yaml_files import read_yaml
 from megatron_gvpo.settings.config import build_config, load_config
 
 # --- what works ---------------------------------------------------------------------------------------
@@ -495,6 +496,14 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
         "train.prompt_per_step: no such key; did you mean 'train.prompts_per_step'?",
         "optimizer: missing, and it has no default",
     ]
+
+
+def test_a_merged_mapping_can_be_merged_again(tmp_path: Path):
+    """A key that overrides a merged one counted as given twice where its mapping was merged again."""
+    file = tmp_path / "merged.yaml"
+    file.write_text("a: &a {x: 1, y: 2}\nb:\n  c: &c {<<: *a, y: 3}\nd: {<<: *c, z: 4}\n")
+    values = read_yaml(file)
+    assert values["b"] == {"c": {"x": 1, "y": 3}} and values["d"] == {"x": 1, "y": 3, "z": 4}
 
 
 @pytest.mark.parametrize(
