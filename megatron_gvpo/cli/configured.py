@@ -80,10 +80,9 @@ def load(options: argparse.Namespace) -> Config:
     from megatron_gvpo.cli.terminal import say
     from megatron_gvpo.core.redaction import SHORTEST
     from megatron_gvpo.core.secrets import literal_secrets, short_secrets
-    from megatron_gvpo.settings.config import load_config
+    from megatron_gvpo.settings.config import load_config, split_words
 
-    files = [word for word in options.config if "=" not in word]
-    overrides = [word for word in options.config if "=" in word]
+    files, overrides = split_words(options.config)
     if not files:
         raise ConfigError("no configuration file given: megatron-gvpo train CONFIG.yaml [key.sub=value ...]")
     config = load_config(files, overrides)

@@ -55,10 +55,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_tinker(options: argparse.Namespace) -> int:
     """Check the configuration, then serve: here, or in the ranks that it starts. Raises ConfigError."""
+    from megatron_gvpo.settings.config import split_words
     from megatron_gvpo.settings.tinker import load_tinker_config
 
     words = options.config
-    config = load_tinker_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
+    config = load_tinker_config(*split_words(words))
     _check(config, configured.world_size(options))
     if configured.is_launcher(options):
         return launch(options.nproc, options.command_line)

@@ -13,7 +13,7 @@ from megatron_gvpo.checks.files import inputs
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import Earlier
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.config import Config, split_words
 
 MOST_RANKS = 65536
 SHORTEST_NOTICE = 120  # seconds to save; Slurm may send its signal up to a minute early
@@ -128,7 +128,7 @@ def unseen(config: Config, arguments: Sequence[str], job: Job, working_directory
         return []
     seen = [Path.cwd()] if working_directory else []
     seen += [Path(os.path.realpath(mount)) for mount in job.mounts]
-    named = [("configuration", word) for word in arguments if "=" not in word]
+    named = [("configuration", file) for file in split_words(arguments)[0]]
     named.append(("output_dir", config.output_dir))
     # One that does not exist may be the name of a hub data set.
     for key, path in inputs(config):

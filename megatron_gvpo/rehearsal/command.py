@@ -30,7 +30,7 @@ from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB, Device
 from megatron_gvpo.rehearsal.process import environment_of_ranks, rehearsal_folder, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
-from megatron_gvpo.settings.config import Config, load_config
+from megatron_gvpo.settings.config import Config, load_config, split_words
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 LARGEST_WORLD = 65536
@@ -99,8 +99,7 @@ def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, RankJob]:
     """The configuration, with models that exist, and the common values of its ranks. Raises ConfigError."""
-    files = [word for word in options.config if "=" not in word]
-    overrides = [word for word in options.config if "=" in word]
+    files, overrides = split_words(options.config)
     if not files:
         raise ConfigError("no configuration file given: megatron-gvpo rehearse CONFIG.yaml --world N")
     if not 1 <= options.world <= LARGEST_WORLD:

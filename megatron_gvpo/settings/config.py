@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -156,6 +157,16 @@ def as_config(config: Config | Mapping[str, Any]) -> Config:
         f"a configuration is what load_config([file, ...]) returns, or a dict of its keys, not "
         f"{type(config).__name__}"
     )
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The configuration files among a command's words, whose paths may have an `=`, and the overrides."""
+    overrides = [word for word in words if "=" in word and not _is_path(word)]
+    return [word for word in words if "=" not in word or _is_path(word)], overrides
+
+
+def _is_path(word: str) -> bool:
+    return "/" in word.partition("=")[0] or os.path.isfile(word)
 
 
 def parse_override(override: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from helpers.inputs.good_config import GOOD, message
 
 from megatron_gvpo.algorithms.recipe import FREE_MAPPINGS
 from megatron_gvpo.checks.files import check_data_files
+from megatron_gvpo.cli.configured import load
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.section import Section
@@ -20,7 +22,7 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.settings.advice import advice
-from megatron_gvpo.settings.config import load_config
+from megatron_gvpo.settings.config import load_config, split_words
 
 SIZES = {
     "hidden_size": 8,
@@ -98,6 +100,18 @@ def test_an_override_has_no_comments(good: Path, text: str) -> None:
     quoted = load_config([good], ["rollout.stop=['# a', '#']", "optimizer.lr=1e-4"])
     assert quoted.rollout.stop == ("# a", "#")
     assert "(given: '1e-4 # low')" in message(good, "optimizer.lr=1e-4 # low")
+
+
+def test_a_path_with_an_equals_sign_is_a_configuration(good: Path, tmp_path: Path, monkeypatch) -> None:
+    """Sweeps call their directories so; the run's own config.yaml was taken for an override."""
+    file = tmp_path / "runs" / "lr=1e-4" / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(good.read_text())
+    monkeypatch.chdir(tmp_path / "runs")
+    words = [str(file), "lr=1e-4/config.yaml", "output_dir=runs/lr=1e-4", "optimizer.lr=1e-4"]
+    assert split_words(words) == (words[:2], words[2:])
+    options = argparse.Namespace(config=words, nproc=0)
+    assert load(options).output_dir == "runs/lr=1e-4"
 
 
 def test_an_empty_mapping_empties_options_and_the_like(good: Path, tmp_path: Path) -> None:
