@@ -43,7 +43,7 @@ class Loader(yaml.SafeLoader):
             problem = f"mappings merged by << have more than {_MOST_KEYS:,} keys"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuse a key that is given twice; a key that `<<` merges later may come again."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
