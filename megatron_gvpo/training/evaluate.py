@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +78,8 @@ def evaluate_named(
         try:
             documents = prepare_evaluations(choice) if prepared is None else prepared
             label, about = _weights(config.model, config.rollout, config.eval, version if resume else None)
+            if choice.limit is not None:
+                label += f"-first{choice.limit}"
             longest = room_for_prompt(config, cards.policy)
             answering = EvaluatedPolicy(answers, task, longest, config.data.system_prompt, label, about)
             return run_all(choice, documents, answering, config.output_dir, tell)
@@ -107,8 +111,14 @@ def _load(
 def _weights(
     model: ModelConfig, rollout: RolloutConfig, settings: EvalConfig, step: int | None
 ) -> tuple[str, dict[str, Any]]:
-    """The name of the weights in file names, and their description in the results."""
-    label = "model" if step is None else step_name(step)
+    """The name of the weights in file names, and their description in the results.
+
+    Other models are evaluated in the same output directory, to compare them: each path has a name of its own.
+    """
+    paths = [model.path, *([model.adapter.path] if model.adapter and model.adapter.path else [])]
+    paths = list(map(os.path.abspath, paths))
+    digest = hashlib.sha256("\n".join(paths).encode()).hexdigest()[:8]
+    label = f"{os.path.basename(paths[-1])}-{digest}" if step is None else step_name(step)
     about = {
         "model": model.path,
         "step": step,

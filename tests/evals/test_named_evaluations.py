@@ -74,6 +74,12 @@ def evaluated(folder: Path, *words: str) -> int:
     return main(["eval", str(folder / "run.yaml"), "--data", str(folder / "data"), *words])
 
 
+def written(out: Path, name: str, suffix: str = ".json") -> Path:
+    """The one file with the results of an evaluation."""
+    [file] = (out / "evals").glob(f"*-{name}{suffix}")
+    return file
+
+
 def test_a_model_is_measured_and_a_failing_task_leaves_the_others(folder, tmp_path, capsys):
     """gsm8k's prompts of bytes leave no room in a context of 300 tokens; math500's do."""
     used("lm-eval")
@@ -88,16 +94,22 @@ def test_a_model_is_measured_and_a_failing_task_leaves_the_others(folder, tmp_pa
     assert code == 1
     assert printed[0].startswith("gsm8k: failed: the prompt of problem 1 has ")
     assert printed[1].startswith("math500: exact_match 0.0000 ± 0.0000 (3 problems, 2 answers each")
-    result = json.loads((out / "evals" / "model-math500.json").read_text())
+    result = json.loads(written(out, "math500").read_text())
     assert result["metrics"] == {"exact_match,none": 0.0}
     assert (result["task"], result["version"]) == ("hendrycks_math500", "1.0")
     assert (result["engine"], result["sampling"]["max_tokens"], result["step"]) == ("local", 6, None)
-    records = [json.loads(line) for line in (out / "evals" / "model-math500.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in written(out, "math500", ".jsonl").read_text().splitlines()]
     assert len(records) == 3
     assert records[0]["prompt"].startswith("<|im_start|>user\nProblem: What is 1 over 2?")
     assert records[0]["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert [len(record["answers"]) for record in records] == [2, 2, 2]
-    assert not (out / "evals" / "model-gsm8k.json").exists()
+    assert not list((out / "evals").glob("*-gsm8k.json"))
+    assert evaluated(folder, "--tasks", "math500", "--limit", "1", f"output_dir={out}") == 0
+    names = sorted(file.name for file in (out / "evals").glob("*.json"))
+    assert [re.sub("-[0-9a-f]{8}-", "-*-", name) for name in names] == [
+        "model-*-first1-math500.json",
+        "short-*-math500.json",
+    ], "another model, and fewer problems, replace nothing"
 
 
 def test_humaneval_comes_with_its_package(folder, tmp_path, capsys):
@@ -118,7 +130,7 @@ def test_two_ranks_answer_as_one(folder, tmp_path, capfd):
         out = tmp_path / str(number)
         words = ["--tasks", "math500", f"output_dir={out}", *ranks]
         assert evaluated(folder, *words) == 0
-        texts.append((out / "evals" / "model-math500.jsonl").read_text())
+        texts.append(written(out, "math500", ".jsonl").read_text())
     assert texts[0] == texts[1]
     used("megatron-core and Megatron-Bridge, 2 ranks")
 
@@ -142,8 +154,8 @@ def test_servers_answer_as_the_embedded_engine(folder, tmp_path, engine):
         assert done.returncode == 0, done.stderr[-3000:]
         results = json.loads(done.stdout)
         assert results["failed"] == {} and results["results"]["humaneval"]["problems"] == 3
-        assert json.loads((out / "evals" / "model-humaneval.json").read_text())["engine"] == name
-        lines = (out / "evals" / "model-humaneval.jsonl").read_text().splitlines()
+        assert json.loads(written(out, "humaneval").read_text())["engine"] == name
+        lines = written(out, "humaneval", ".jsonl").read_text().splitlines()
         answers.append([json.loads(line)["answers"] for line in lines])
     used("lm-eval")
     used(f"{engine} server")
