@@ -70,6 +70,8 @@ class ModelReplay:
         self.state: dict[str, Any] = {}  # the trainer's state in the checkpoint
         if start.checkpoint is not None:
             self.state = load_policy(start.checkpoint, self.policy)
+            # As in a resumed run, whose earlier steps may have had another number of updates.
+            self.policy.follow_schedule(start.step * config.train.updates_per_step)
 
     def findings(self, record: StepRecord) -> Iterator[Finding]:
         """Repeat a step, and yield the findings of its components up to the first that differs."""

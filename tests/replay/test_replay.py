@@ -85,6 +85,13 @@ def test_a_resumed_run_keeps_the_records_up_to_its_checkpoint(task: Path, tmp_pa
     assert findings_of(tmp_path, 3)[0] is None
 
 
+def test_a_step_after_another_number_of_updates_has_the_learning_rate_of_the_run(task: Path, tmp_path: Path):
+    how = (*GRPO, *TWO_STEPS, "train.steps=3", "checkpoint.keep=3")
+    fit(configure(task, tmp_path, *how, "train.mini_batches=1"), [StopAfter(1)])
+    fit(configure(task, tmp_path, *how), resume=True, allow_change=["train.mini_batches"])
+    assert findings_of(tmp_path, 2)[0] is None
+
+
 def test_records_above_the_limit_go_and_a_missing_one_is_named(sound: Path, tmp_path: Path):
     record = read(sound, 2)
     size = (sound / DIRECTORY / "step_000002.safetensors").stat().st_size
