@@ -27,7 +27,13 @@ from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_to
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
 from megatron_gvpo.runs.directory import RunDirectory
-from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished_message, lacks_summary
+from megatron_gvpo.runs.existing_run import (
+    earlier_of,
+    exported_step,
+    finished_message,
+    lacks_summary,
+    newest_step,
+)
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
 from megatron_gvpo.settings.advice import advice
 from megatron_gvpo.settings.config import Config, as_config
@@ -78,7 +84,9 @@ class Trainer:
         self._samples_from_policy = config.algorithm.samples_from_policy
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self._single = SingleTrainer(self._release)
-        self.components = Components(config, resumes=bool(resume), heartbeat=self.interrupt.check)
+        # With "auto", a run that left no checkpoint starts again, at the present date.
+        resumes = bool(resume) and newest_step(Path(config.output_dir)) is not None
+        self.components = Components(config, resumes=resumes, heartbeat=self.interrupt.check)
         self.checkpoints = Checkpoints(self.components, partial(self.notify, "on_checkpoint"))
         resumed = self.checkpoints.resume() if resume else None
         self.directory = RunDirectory(config, earlier, allow_change)

@@ -186,6 +186,11 @@ def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
     assert "responses end with one of the tokens [1, 3], and ended with one of [1] when" in caplog.text
     trainer = Trainer(configure(task, tmp_path, *overrides), overwrite=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000001")  # as a kill before the first checkpoint left it
+    for name in ("summary.json", "curve.png"):
+        (tmp_path / name).unlink(missing_ok=True)
+    trainer = Trainer(configure(task, tmp_path, *overrides), resume="auto")
+    assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}, "it starts again"
 
 
 @pytest.mark.proof  # test_resharding.py resumes on several ranks
