@@ -32,6 +32,10 @@ _NO_UNITS = re.compile(
 )
 # Words in LaTeX, which math-verify leaves out at the end of an answer, with all that is between two of them.
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mbox|mathrm)\s*\{([^{}]*)\}")
+# Marks that math-verify leaves out: of a number's base, and of a time before or after noon.
+_BASE = re.compile(r"(?<=[0-9])_\{?([0-9]+)")
+_HALF_OF_DAY = re.compile(r"(?:[0-9]\s|:[0-9]{2})\s*[ap]\.?m(?![a-z])", re.IGNORECASE)
+_MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+)/([0-9]+)")  # math-verify reads 1 1/2 as 11/2
 _EXPONENT = re.compile(r"\^(?:[0-9]|\{[0-9]\})")
 # Operations that are gone when math-verify has read them: it computes fractions, and functions of numbers.
 _OPERATION = re.compile(
@@ -61,6 +65,8 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
         return 1.0
     gold, answer = _plain(gold), _plain(answer)
     gold, answer = _without_unit(gold, answer), _without_unit(answer, gold)
+    if not set(_BASE.findall(answer)) <= (set(_BASE.findall(gold)) or {"10"}):
+        return 0.0
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         return float(int(answer) == int(gold))
     if _has_counting_words(gold) or _has_counting_words(answer):
@@ -72,8 +78,10 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
 
 
 def _plain(text: str) -> str:
-    """The text without a full stop at its end, and without spaces between groups of digits."""
-    return _THOUSANDS.sub("", text.removesuffix(".").rstrip())
+    """The text without a full stop at its end and spaces between groups of digits; 1 1/2 as LaTeX."""
+    text = _THOUSANDS.sub("", text.removesuffix(".").rstrip())
+    mixed = _MIXED.fullmatch(text)
+    return text if mixed is None else rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
 
 
 def _without_unit(text: str, other: str) -> str:
@@ -85,11 +93,13 @@ def _without_unit(text: str, other: str) -> str:
 
 
 def _has_counting_words(text: str) -> bool:
-    r"""True for words in LaTeX that are more than a unit at the end.
+    r"""True for words in LaTeX that are more than a unit at the end, and for a time such as 10:00 am.
 
-    Such as `2\text{ thousand}` and `2\text{ hours }30\text{ minutes}`. `and` and `or` are not such words:
-    math-verify reads them as commas.
+    Such words are in `2\text{ thousand}` and `2\text{ hours }30\text{ minutes}`. `and` and `or` are not such
+    words: math-verify reads them as commas.
     """
+    if _HALF_OF_DAY.search(text):
+        return True
     parts = [part for part in _TEXT.finditer(text) if part[1].strip() not in ("and", "or")]
     if not parts:
         return False

@@ -99,6 +99,13 @@ def test_boxed(text: str, content: str | None) -> None:
         ("41", "f(2) = 41"),
         ("41", "|S| = 41"),
         ("41", "x^2 = 41"),
+        ("1 1/2", r"\frac32"),
+        ("-2 3/4", "-2.75"),
+        ("1.5", "1 1/2"),
+        ("17", "17_{10}"),
+        ("121_3", "121_{3}"),
+        ("121_3", "121"),
+        ("10:00 am", r"10:00\text{ am}"),
     ],
 )
 def test_equal_answers(answer: str, content: str) -> None:
@@ -144,6 +151,10 @@ def test_equal_answers(answer: str, content: str) -> None:
         (r"1.6 \times 10^{-19}", r"\boxed{9.1 \times 10^{-31}}"),
         ("41", r"\boxed{m+n = 46-5}"),
         ("41", r"\boxed{m = 12+29}"),
+        *(("17", r"\boxed{17_8}"), ("12_3", r"\boxed{12_5}"), ("10_2", r"\boxed{10_{3}}")),
+        ("10:00 am", r"\boxed{10:00 pm}"),
+        ("10:00", r"\boxed{10:00 p.m.}"),
+        ("2", r"\boxed{1 2/2}"),
     ],
 )
 def test_wrong_answers(answer: str, text: str) -> None:
