@@ -436,7 +436,8 @@ def test_a_program_that_always_kills_its_starter_costs_no_other() -> None:
 
 def test_other_ways_to_ask(harness: Harness) -> None:
     errors = {
-        "n": "n=2: one answer a call; ask several times for more, each time with another X-Agent",
+        "n": "n=2: one answer a call; ask several times for more, each time with another X-Agent "
+        "header or user, because equal calls of one agent count as retries",
         "image": "a message has content that is not a text, which the policy cannot read",
         "role": "a message needs a role, and a text as its content",
         "empty": "messages: List should have at least 1 item after validation, not 0",
