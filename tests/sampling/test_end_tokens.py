@@ -154,6 +154,9 @@ def test_every_text_that_is_given_as_a_response_ends_there_once(tmp_path: Path) 
     context = BatchContext(0, 0, None, PromptWriter(dataset, data, of, 99), ends, None)
     assert context.encode_response("he") == context.encode_response("he</turn>") == [*he, TURN]
     assert ended((), ends) == (TURN,)
+    of.chat_template = GEMMA.replace("{{ m.content", "{{ '<final>' if m.role == 'assistant' }}{{ m.content")
+    context = BatchContext(0, 0, None, PromptWriter(dataset, data, of, 99), ends, None)
+    assert context.encode_response("he") == [*ids(of, "<final>he"), TURN]
 
 
 @pytest.mark.parametrize(("template", "end"), [(GEMMA, TURN), (GLM, USER)])
