@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.runs.written import (
@@ -309,6 +307,8 @@ def _has_lost_checkpoints(config: Config, names: list[str]) -> bool:
 
 def _recorded_every(config: Config) -> int:
     """`checkpoint.every` of the run in the output directory, which may be another than the present one."""
+    import yaml  # here, because `runs` lists many runs without it
+
     record = json_object(Path(config.output_dir) / RUN)
     with suppress(KeyError, TypeError, ValueError, yaml.YAMLError):  # an earlier version's, or damaged
         return int(yaml.safe_load(str(record["config"]))["checkpoint"]["every"])
