@@ -225,11 +225,10 @@ def _of_configuration(options: argparse.Namespace) -> int:
     with loading("the methods"):
         from megatron_gvpo.planner import workload
         from megatron_gvpo.planner.own_layout import answer
-        from megatron_gvpo.rehearsal.made_model import prepare
+        from megatron_gvpo.rehearsal.made_model import with_directories
     gpu = workload.gpu(options.gpu or "h100")
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        path = str(prepare(config.model.path, "model.path", Path(folder)))
-        local = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+        local = with_directories(config, Path(folder))
         lengths = _lengths(options, config)
         options.prompt_tokens = _prompt_tokens(options, config)
         parsed = workload.parse_lengths(lengths, config.rollout.max_tokens)

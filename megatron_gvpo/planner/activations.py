@@ -277,11 +277,13 @@ class Activations:
             shapes |= {(2 * width, m.hidden), (m.hidden, width)}
         return shapes
 
-    def stage(self, dense: int, mixtures: int, is_last: bool, in_flight: float) -> tuple[float, float]:
+    def stage(
+        self, dense: int, mixtures: int, is_last: bool, in_flight: float, has_head: bool = True
+    ) -> tuple[float, float]:
         """Bytes of activations and of the head on a pipeline stage, at its fullest moment.
 
         `dense`, `mixtures`: its layers. `in_flight`: the micro-batches whose activations it keeps. The head
-        is 0 where a layer's pass is the fullest moment.
+        is 0 where a layer's pass is the fullest moment; a critic has none.
         """
         counts = {False: dense, True: mixtures}
         kinds = {mixture: self.layer(mixture) for mixture, count in counts.items() if count}
@@ -301,7 +303,7 @@ class Activations:
             saved += self.stream * (2 if self._layout.recompute else 1)
             saved += _B * self._r * self._model.hidden
         passing += self.stream if self._layout.pp > 1 else 0.0  # a gradient that has arrived
-        head = self.head() if is_last else 0.0
+        head = self.head() if is_last and has_head else 0.0
         if head > passing:
             return in_flight * saved, head
         return in_flight * saved + passing, 0.0

@@ -211,7 +211,7 @@ def memory(
     layout: Layout,
     tokens: float,
     micro_batches: int,
-    critic: bool = False,
+    critic: Architecture | None = None,
     teacher: PlannedTeacher | None = None,
     responses: float | None = None,
     stage: int | None = None,
@@ -226,8 +226,8 @@ def memory(
     `image_tokens`: tokens of a micro-batch that stand for images. `share_prompts`: `tokens` has the prompt of
     a group once.
 
-    A critic is trained after the policy, so its activations take no more than the policy's and are not added.
-    The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
+    A critic is trained after the policy, and a teacher that the trainer holds has its pass before it: of
+    these moments the fullest counts.
     """
     activations = Activations(model, layout, tokens, responses, weights_first, share_prompts)
     stages = stages_of_a_kind(layout, model.layers) if stage is None else [stage]
@@ -253,17 +253,22 @@ def _of_stage(
     stage: int,
     activations: Activations,
     micro_batches: int,
-    critic: bool,
+    critic: Architecture | None,
     teacher: PlannedTeacher | None,
     image_tokens: float,
 ) -> Memory:
     is_last = stage == layout.pp - 1
-    second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
+    second = 0.0 if critic is None else sum(state(critic, layout, stage, critic=True))
     state_here = (*state(model, layout, stage), second)
     layers, mixtures = stage_layers(model, layout, stage)
     waiting = in_flight(layout, stage, micro_batches)
     saved, head = activations.stage(layers - mixtures, mixtures, is_last, waiting)
     saved += 0.0 if stage else waiting * tower_bytes(model, layout, image_tokens)
+    if critic is not None:
+        its_layers, its_mixtures = stage_layers(critic, layout, stage)
+        of_critic = Activations(critic, layout, activations.tokens)
+        alone, _ = of_critic.stage(its_layers - its_mixtures, its_mixtures, is_last, waiting, has_head=False)
+        saved, head = max((saved, head), (alone, 0.0), key=sum)
     beside = own = 0.0
     if teacher is not None and teacher.is_on_trainer:
         own = teacher_pass(teacher, layout, stage, activations.tokens)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.architecture import CONTEXT_BYTES, NCCL_BYTES
+from megatron_gvpo.planner.architecture import CONTEXT_BYTES, NCCL_BYTES, Architecture
 from megatron_gvpo.planner.memory_model import memory
-from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.planner.workload import Layout, PlannedTeacher, method_of
 from megatron_gvpo.settings.config import Config
 
 USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
@@ -86,7 +86,9 @@ def _parts(
     if config.model.dtype != "bfloat16":  # all sizes are those of bfloat16
         return None
     try:
-        model = architecture.load(str(Path(config.model.path) / "config.json"))
+        model = _architecture(config.model.path)
+        critic = critic_of(config, model)
+        teacher = teacher_of(config)
     except ConfigError:
         return None
     if config.model.adapter is not None:
@@ -94,7 +96,7 @@ def _parts(
     model = replace(model, trains_vision=config.model.train_vision)
     size = size_of(config, layout.dp, micro_batches)
     images = size.prompts_of_a_pack * largest_image(size.prompt) if model.vision is not None else 0
-    work = size.tokens_of_a_pack, size.micro_batches, config.algorithm.critic is not None
+    work = size.tokens_of_a_pack, size.micro_batches, critic, teacher
     responses = size.rows_of_a_pack * size.response
     has_bonus = config.algorithm.loss.wants_entropy or config.algorithm.loss.divergence is not None
     weights_first = size.divides_groups and not has_bonus  # a bonus has separate gradients
@@ -109,6 +111,26 @@ def _parts(
         share_prompts=config.train.requires_shared_prompts,
     )
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
+
+
+def _architecture(directory: str) -> Architecture:
+    return architecture.load(str(Path(directory) / "config.json"))
+
+
+def critic_of(config: Config, policy: Architecture) -> Architecture | None:
+    """The critic's architecture; None without one. Raises ConfigError for one that the planner lacks."""
+    if (critic := config.algorithm.critic) is None:
+        return None
+    return policy if critic.path is None else _architecture(critic.path)
+
+
+def teacher_of(config: Config) -> PlannedTeacher | None:
+    """The teacher that the trainer holds; None without one. Raises ConfigError as `critic_of`."""
+    if config.teacher is None or config.teacher.server is not None:
+        return None
+    asks = method_of(config.algorithm, config.train.mini_batches)
+    passes, compares = asks.teacher_passes, asks.teacher_divergence
+    return PlannedTeacher(_architecture(config.teacher.path), passes, compares, asks.loss_terms)
 
 
 def _knows_activations(config: Config) -> bool:

@@ -247,7 +247,7 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
             layout,
             in_pack,
             batches,
-            work.critic,
+            model if work.critic else None,
             work.teacher,
             responses,
             share_prompts=work.share_prompts,

@@ -140,11 +140,7 @@ def _device(name: str) -> Device:
 def _with_models(files: list[str], overrides: list[str], folder: Path) -> tuple[Config, list[str], list[str]]:
     """The configuration with directories for all models, the overrides for that, and the made directories."""
     named = load_config(files, overrides)
-    paths = {"model.path": named.model.path}
-    if (critic := named.algorithm.critic) is not None and critic.path is not None:
-        paths["algorithm.critic.path"] = critic.path
-    if named.teacher is not None and named.teacher.server is None:
-        paths["teacher.path"] = named.teacher.path
+    paths = made_model.paths_of(named)
     directories = {key: made_model.prepare(path, key, folder / key) for key, path in paths.items()}
     added = [f"{key}={path}" for key, path in directories.items()] + [f"output_dir={folder / 'out'}"]
     made = [str(path) for path in directories.values() if folder in path.parents]

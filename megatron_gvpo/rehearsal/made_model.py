@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
+from megatron_gvpo.settings.config import Config
 
 _SHARD_BYTES = 5 << 30
 
@@ -28,6 +29,16 @@ def known_models() -> dict[str, Any]:
 
 def has_weights(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def paths_of(config: Config) -> dict[str, str]:
+    """The directories of the models that the trainer holds, by the keys that name them."""
+    paths = {"model.path": config.model.path}
+    if (critic := config.algorithm.critic) is not None and critic.path is not None:
+        paths["algorithm.critic.path"] = critic.path
+    if config.teacher is not None and config.teacher.server is None:
+        paths["teacher.path"] = config.teacher.path
+    return paths
 
 
 def prepare(path: str, key: str, folder: Path) -> Path:
@@ -59,6 +70,21 @@ def prepare(path: str, key: str, folder: Path) -> Path:
     (made / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **known[names[0]]}, indent=2))
     add_image_processor(made)
     return made
+
+
+def with_directories(config: Config, folder: Path) -> Config:
+    """The configuration with a directory for every model that the trainer holds, made where it has to be.
+
+    The copy is not validated, because no run uses it.
+    """
+    made = {key: str(prepare(path, key, folder / key)) for key, path in paths_of(config).items()}
+    changes: dict[str, Any] = {"model": config.model.model_copy(update={"path": made["model.path"]})}
+    if (path := made.get("teacher.path")) is not None and config.teacher is not None:
+        changes["teacher"] = config.teacher.model_copy(update={"path": path})
+    if (path := made.get("algorithm.critic.path")) is not None and config.algorithm.critic is not None:
+        critic = config.algorithm.critic.model_copy(update={"path": path})
+        changes["algorithm"] = config.algorithm.model_copy(update={"critic": critic})
+    return config.model_copy(update=changes)
 
 
 def add_image_processor(directory: Path) -> None:

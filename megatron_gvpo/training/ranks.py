@@ -21,6 +21,7 @@ from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.activations import STASH_BYTES
 from megatron_gvpo.planner.memory_model import activation_bytes, state
+from megatron_gvpo.planner.prediction import critic_of
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import TeacherConfig
@@ -94,6 +95,7 @@ def rank_memory(config: Config, ranks: int) -> float:
     """Predict the bytes of one rank on a CPU, in fp32; infinite for a model that the planner lacks."""
     try:
         model = architecture.load(str(Path(config.model.path)), "model.path")
+        second = critic_of(config, model)
     except ConfigError:
         return float("inf")
     parallel, train = config.parallel, config.train
@@ -102,7 +104,7 @@ def rank_memory(config: Config, ranks: int) -> float:
     width = 2 if config.model.dtype == "float32" else 1  # the planner counts activations in bf16
     weights, gradients, optimizer = state(model, layout, 0, bytes_each=2 * width)
     copies = int(config.samples_responses) + (config.algorithm.kept_reference is not None)
-    critic = sum(state(model, layout, 0, 2 * width, critic=True)) if config.algorithm.critic else 0.0
+    critic = sum(state(second, layout, 0, 2 * width, critic=True)) if second is not None else 0.0
     tokens = train.max_tokens_per_micro_batch
     layers = max(layout.stage_layers(model.layers))
     activations = width * layers * activation_bytes(model, layout, tokens)

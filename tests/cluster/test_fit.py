@@ -15,6 +15,7 @@ from megatron_gvpo.planner.prediction import (
     COMMON_GIB,
     excess,
     least,
+    predict,
     reservable_gib,
     smallest_gpu_gib,
     usable_gib,
@@ -107,3 +108,41 @@ def test_slurm_warns_before_the_job_waits(changes, tmp_path, capsys):
     captured = capsys.readouterr()
     assert code == 0, captured.err
     assert ("warning: on a GPU of 80 GB the update needs about 1" in captured.err) == bool(changes)
+
+
+BESIDE = """
+output_dir: runs/x
+model: {path: model}
+data: {train: {path: train.jsonl}}
+parallel: {tp: 2, sequence_parallel: true}
+train: {steps: 20, prompts_per_step: 64, mini_batches: 2}
+optimizer: {lr: 1e-5}
+"""
+
+
+def beside_qwen_7b(folder: Path, key: str, name: str, *changes: str) -> Config:
+    """Qwen2.5-7B with tp 2, and the known model `name` as its critic or teacher."""
+    (folder / "run.yaml").write_text(BESIDE)
+    config = load_config([folder / "run.yaml"], [*changes, "model.path=Qwen2.5-7B", f"{key}={name}"])
+    return made_model.with_directories(config, folder / "models")
+
+
+@pytest.mark.parametrize("recipe", ["opd", "opd_full"])
+def test_a_teacher_that_the_trainer_holds_counts(tmp_path: Path, recipe: str):
+    """2 bytes for each of 72.7e9 parameters on two ranks are 68 GiB, beside the policy's 27."""
+    changes = [f"algorithm={recipe}", "rewards.components=[]"]
+    large = beside_qwen_7b(tmp_path, "teacher.path", "Qwen2.5-72B", *changes)
+    assert predict(large, 16)["teacher"] > 68
+    assert "the update needs about 1" in excess(large, 16, COMMON_GIB)
+    small = beside_qwen_7b(tmp_path, "teacher.path", "Qwen2.5-0.5B", *changes)
+    assert excess(small, 16, COMMON_GIB) is None
+
+
+def test_a_critic_of_another_directory_has_its_own_size(tmp_path: Path):
+    parts = {
+        name: predict(beside_qwen_7b(tmp_path, "algorithm.critic.path", name, "algorithm=ppo"), 16)
+        for name in ("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-32B")
+    }
+    small, equal, large = (of["critic"] for of in parts.values())
+    assert small < 2 < 24 < equal < 25 < 100 < large
+    assert parts["Qwen2.5-32B"]["activations"] > parts["Qwen2.5-7B"]["activations"]
