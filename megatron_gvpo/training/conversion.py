@@ -34,7 +34,11 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 _SOURCE_CONFIG = "source_config.json"  # in a Megatron directory: the config.json of the model it was made of
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json"),
+    *("*.model", "*.tiktoken", "*.py"),  # Kimi K2's tokenizer is a Python file, which imports another
+    *("*.jinja", "chat_template.json", "generation_*"),
+)
 
 
 def to_megatron(source: Path, target: Path) -> None:

@@ -17,6 +17,10 @@ from safetensors.torch import load_file
 
 from megatron_gvpo.cli import main
 
+# Files of tokenizers, among them Kimi K2's and Mistral's.
+TOKENIZER = ("tiktoken.model", "tokenization_kimi.py", "tool_declaration_ts.py", "tokenizer_config.json")
+TOKENIZER += ("tekken.json", "added_tokens.json", "chat_template.jinja", "qwen.tiktoken")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -44,8 +48,11 @@ def test_there_and_back(models: Path, tmp_path: Path, family: str) -> None:
     config = reference.CONFIGS[family]()
     torch.manual_seed(1)
     reference.transformers.AutoModelForCausalLM.from_config(config).save_pretrained(like)
+    for name in TOKENIZER:
+        (like / name).write_text(name)
     assert main(["convert", str(converted), str(back), "--like", str(like)]) == 0
     assert_same_weights(back, models / family)
+    assert [name for name in TOKENIZER if not (back / name).is_file()] == []
 
 
 def test_there_and_back_in_several_files(models: Path, tmp_path: Path) -> None:
