@@ -251,10 +251,17 @@ class Architecture:
         routed = self.moe_layers * self.experts * self.mlp_adapters(self.expert_ffn)
         return self.layers * self.attention_adapters + dense + routed
 
-    def divisible(self, tp: int) -> bool:
-        """Returns True if tensor parallelism can divide the attention heads and the MLP."""
+    def divisible(self, tp: int, cp: int = 1) -> bool:
+        """Returns True if tensor and context parallelism can divide the heads, and the first the MLP.
+
+        A norm over all heads stays on one rank (`checks.layout`).
+        """
         sizes = [self.heads, self.ffn] + ([] if self.latent else [self.kv_heads])
-        return not any(size % tp for size in sizes)
+        net = self.delta_net
+        divided = [] if net is None else [net.key_heads, net.value_heads]  # into whole heads, by both
+        if self.wide_qk_norm and tp > 1:
+            return False
+        return not any(size % tp for size in sizes) and not any(size % (tp * cp) for size in divided)
 
     @property
     def active_layer_parameters(self) -> float:

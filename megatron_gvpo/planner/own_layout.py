@@ -170,7 +170,7 @@ def _changes(config: Config, world: int, usable: float, model: Architecture) -> 
         offloaded = _with(config, "optimizer", offload_fraction=1.0)
         proposals.append(change("optimizer.offload_fraction=1", offloaded))
     parallel = config.parallel
-    if 2 * parallel.tp <= NODE and model.divisible(2 * parallel.tp):
+    if 2 * parallel.tp <= NODE and model.divisible(2 * parallel.tp, parallel.cp):
         divided = _with(config, "parallel", tp=2 * parallel.tp, sequence_parallel=True)
         proposals.append(change(f"parallel.tp={2 * parallel.tp} parallel.sequence_parallel=true", divided))
     if parallel.stage_layers is None and 2 * parallel.pp <= model.layers:

@@ -196,6 +196,9 @@ def _layouts(
         for cp, ep, vpp in product(cp_sizes, ep_sizes, (1, 2, 4)):
             if gpus % (tp * pp * cp) or gpus % (pp * ep) or model.experts % ep:
                 continue
+            if not model.divisible(tp, cp):
+                reasons[f"tp={tp}, cp={cp} do not divide the heads of gated delta nets"] += 1
+                continue
             if vpp > 1 and (pp == 1 or model.layers % (pp * vpp) or model.vision is not None):
                 continue
             if trainer_teacher and (reason := trainer_teacher.misfit(model, tp, pp, vpp, cp, ep)):
@@ -211,7 +214,8 @@ def _tensor_and_pipeline_sizes(
     """Yields the pairs of tp and pp that divide the GPUs and the model; counts the reasons for the others."""
     for tp in (size for size in SIZES if size <= min(NODE, gpus)):
         if not model.divisible(tp):
-            reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
+            what = "norm over all heads" if model.wide_qk_norm else "attention heads or the MLP"
+            reasons[f"tp={tp} does not divide the {what}"] += 1
             continue
         if model.adapter_rank % tp:
             reasons[f"tp={tp} does not divide the adapters' rank"] += 1

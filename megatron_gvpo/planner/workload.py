@@ -142,8 +142,8 @@ class PlannedTeacher:
     def misfit(self, policy: Architecture, tp: int, pp: int, vpp: int, cp: int, ep: int) -> str | None:
         """Returns the reason why a layout that the policy fits cannot hold the teacher; None if it can."""
         model = self.model
-        if not model.divisible(tp):
-            return f"tp={tp} does not divide the teacher's attention heads or MLP"
+        if not model.divisible(tp, cp):
+            return f"tp={tp}, cp={cp} do not divide the teacher's attention heads or MLP"
         # A policy that the stages do not divide evenly needs stage_layers, whose sum must be the policy's
         # layers.
         if model.layers % (pp * vpp) if policy.layers % pp == 0 else model.layers != policy.layers:

@@ -6,19 +6,23 @@ import json
 import re
 import shlex
 from argparse import Namespace
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers.cases.families import EVERY_FAMILY, Family
 
+from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.job import Job, check
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture, command, workload
-from megatron_gvpo.planner.search import Candidate, search
+from megatron_gvpo.planner.search import Candidate, _layouts, search
 from megatron_gvpo.servers.launch.start import server_gpus
 from megatron_gvpo.settings.config import load_config
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 GPU = "h100"
@@ -156,3 +160,14 @@ def test_servers_that_a_run_starts_for_itself_leave_fewer_gpus(
         assert "give --gpus 6, or start these servers elsewhere" in refusal
     assert main([*arguments, "--gpus", "6"]) == 0
     assert _refusal([*map(Path, files), plan], overrides, 6) is None
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY, ids=lambda family: family.title)
+def test_every_layout_of_a_family_is_one_that_its_model_can_have(family: Family) -> None:
+    """With tensor parallelism for a norm over all heads, a plan was refused by its run."""
+    card = family.released
+    model = architecture.from_config(card, family.title)
+    layouts = list(_layouts(model, workload.Layout(64), False, Counter()))
+    assert {1, 2} <= {layout.pp for layout in layouts} or model.vision is not None
+    for layout in layouts:
+        check_division(ParallelConfig.model_validate(command.parallel(layout, model.layers)), card)
