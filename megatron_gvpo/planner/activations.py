@@ -57,6 +57,7 @@ class Activations:
 
     `weights_first`: whether the tokens' weights are known before the forward; None: either may be.
     `share_prompts`: the layers have the core attention for shared prompts; `tokens` has each prompt once.
+    `stash_bytes`: train.head_stash_mb in bytes.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Activations:
         responses: float | None = None,
         weights_first: bool | None = None,
         share_prompts: bool = False,
+        stash_bytes: float = STASH_BYTES,
     ) -> None:
+        self._stash_bytes = stash_bytes
         self._share_prompts = share_prompts
         self._weights_first = weights_first
         self._model, self._layout, self.tokens = model, layout, tokens
@@ -231,7 +234,7 @@ class Activations:
         """
         m, tp = self._model, self._layout.tp
         logits = _F * self._r * m.vocab / tp
-        stash = min(STASH_BYTES, logits / 2)
+        stash = min(self._stash_bytes, logits / 2)
         stashed = self._r * stash / (logits / 2)
         rest = self._r - stashed
         tile = min(TILE_BYTES, _F * rest * m.vocab / tp)

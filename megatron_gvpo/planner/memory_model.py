@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.planner.activations import TILE_BYTES, Activations, tower_bytes
+from megatron_gvpo.planner.activations import STASH_BYTES, TILE_BYTES, Activations, tower_bytes
 from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
@@ -218,18 +218,19 @@ def memory(
     weights_first: bool | None = None,
     image_tokens: float = 0.0,
     share_prompts: bool = False,
+    stash_bytes: float = STASH_BYTES,
 ) -> Memory:
     """Predicts the memory of a GPU of a pipeline stage, with `tokens` tokens per micro-batch.
 
     `responses`: how many of them have a label; default: all. `stage`: default: the fullest one.
     `weights_first`: whether the tokens' weights are known before the forward; default: the fuller case.
     `image_tokens`: tokens of a micro-batch that stand for images. `share_prompts`: `tokens` has the prompt of
-    a group once.
+    a group once. `stash_bytes`: train.head_stash_mb in bytes.
 
     A critic is trained after the policy, and a teacher that the trainer holds has its pass before it: of
     these moments the fullest counts.
     """
-    activations = Activations(model, layout, tokens, responses, weights_first, share_prompts)
+    activations = Activations(model, layout, tokens, responses, weights_first, share_prompts, stash_bytes)
     stages = stages_of_a_kind(layout, model.layers) if stage is None else [stage]
     return max(
         (

@@ -109,6 +109,7 @@ def _parts(
         weights_first=weights_first,
         image_tokens=images,
         share_prompts=config.train.requires_shared_prompts,
+        stash_bytes=config.train.head_stash_bytes,
     )
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
 

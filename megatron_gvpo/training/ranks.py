@@ -19,7 +19,6 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.activations import STASH_BYTES
 from megatron_gvpo.planner.memory_model import activation_bytes, state
 from megatron_gvpo.planner.prediction import critic_of
 from megatron_gvpo.planner.workload import Layout
@@ -108,7 +107,7 @@ def rank_memory(config: Config, ranks: int) -> float:
     tokens = train.max_tokens_per_micro_batch
     layers = max(layout.stage_layers(model.layers))
     activations = width * layers * activation_bytes(model, layout, tokens)
-    stash = min(STASH_BYTES, 2.0 * width * model.vocab * tokens)
+    stash = min(train.head_stash_bytes, 2.0 * width * model.vocab * tokens)
     state_bytes = (1 + copies) * weights + gradients + optimizer + critic
     return state_bytes + _teacher_bytes(config.teacher, layout) + activations + stash + LIBRARIES
 

@@ -110,9 +110,9 @@ def test_slurm_warns_before_the_job_waits(changes, tmp_path, capsys):
     assert ("warning: on a GPU of 80 GB the update needs about 1" in captured.err) == bool(changes)
 
 
-BESIDE = """
+QWEN_7B = """
 output_dir: runs/x
-model: {path: model}
+model: {path: Qwen2.5-7B}
 data: {train: {path: train.jsonl}}
 parallel: {tp: 2, sequence_parallel: true}
 train: {steps: 20, prompts_per_step: 64, mini_batches: 2}
@@ -120,29 +120,34 @@ optimizer: {lr: 1e-5}
 """
 
 
-def beside_qwen_7b(folder: Path, key: str, name: str, *changes: str) -> Config:
-    """Qwen2.5-7B with tp 2, and the known model `name` as its critic or teacher."""
-    (folder / "run.yaml").write_text(BESIDE)
-    config = load_config([folder / "run.yaml"], [*changes, "model.path=Qwen2.5-7B", f"{key}={name}"])
-    return made_model.with_directories(config, folder / "models")
+def of_qwen_7b(folder: Path, *changes: str) -> Config:
+    """Qwen2.5-7B with tp 2; `changes` may name a known model as its critic or teacher."""
+    (folder / "run.yaml").write_text(QWEN_7B)
+    return made_model.with_directories(load_config([folder / "run.yaml"], changes), folder / "models")
 
 
 @pytest.mark.parametrize("recipe", ["opd", "opd_full"])
 def test_a_teacher_that_the_trainer_holds_counts(tmp_path: Path, recipe: str):
     """2 bytes for each of 72.7e9 parameters on two ranks are 68 GiB, beside the policy's 27."""
     changes = [f"algorithm={recipe}", "rewards.components=[]"]
-    large = beside_qwen_7b(tmp_path, "teacher.path", "Qwen2.5-72B", *changes)
+    large = of_qwen_7b(tmp_path, "teacher.path=Qwen2.5-72B", *changes)
     assert predict(large, 16)["teacher"] > 68
     assert "the update needs about 1" in excess(large, 16, COMMON_GIB)
-    small = beside_qwen_7b(tmp_path, "teacher.path", "Qwen2.5-0.5B", *changes)
-    assert excess(small, 16, COMMON_GIB) is None
+    assert excess(of_qwen_7b(tmp_path, "teacher.path=Qwen2.5-0.5B", *changes), 16, COMMON_GIB) is None
 
 
 def test_a_critic_of_another_directory_has_its_own_size(tmp_path: Path):
-    parts = {
-        name: predict(beside_qwen_7b(tmp_path, "algorithm.critic.path", name, "algorithm=ppo"), 16)
-        for name in ("Qwen2.5-0.5B", "Qwen2.5-7B", "Qwen2.5-32B")
-    }
-    small, equal, large = (of["critic"] for of in parts.values())
-    assert small < 2 < 24 < equal < 25 < 100 < large
-    assert parts["Qwen2.5-32B"]["activations"] > parts["Qwen2.5-7B"]["activations"]
+    small, equal, large = (
+        predict(of_qwen_7b(tmp_path, "algorithm=ppo", f"algorithm.critic.path=Qwen2.5-{size}"), 16)
+        for size in ("0.5B", "7B", "32B")
+    )
+    assert small["critic"] < 2 < 24 < equal["critic"] < 25 < 100 < large["critic"]
+    assert large["activations"] > equal["activations"]
+
+
+def test_the_head_keeps_what_train_head_stash_mb_says(tmp_path: Path):
+    heads = []
+    for mib in (1024, 2048):
+        changes = [f"train.head_stash_mb={mib}", "train.max_tokens_per_micro_batch=32768"]
+        heads.append(predict(of_qwen_7b(tmp_path, "algorithm=grpo", *changes), 16)["head"])
+    assert [round(head - heads[0], 1) for head in heads] == [0, 1]
