@@ -36,11 +36,11 @@ def run(options: argparse.Namespace) -> int:
     from megatron_gvpo.runs.one_machine import check_model_is_there, load_run
 
     directory: Path = options.run_directory
-    config = load_run(directory, options.overrides)
-    check_model_is_there(config)
+    check_model_is_there(load_run(directory, options.overrides))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the judge computes in float64, on the CPU
     # A step that is named needs no record of its own where the checkpoint before it was kept.
     step = configured.recorded_step(options) if options.step is None else options.step
+    config = load_run(directory, options.overrides, step)
     certificates: list[Certificate] = []
 
     def work() -> None:

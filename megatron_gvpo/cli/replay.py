@@ -49,17 +49,19 @@ def run(options: argparse.Namespace) -> int:
     if options.layout and (options.against is not None or options.without_model):
         option = "--without-model" if options.against is None else "--against"
         raise ConfigError(f"{options.layout[0]}: {option} computes no model; leave the layout out")
-    config = load_run(directory, [text for text in options.overrides if text not in options.layout])
+    paths = [text for text in options.overrides if text not in options.layout]
+    config = load_run(directory, paths)
     # This refuses a wrong key before heavy libraries are imported.
     divided = in_layout(config, options.layout)
     if options.layout and Path(config.model.path).is_dir():
         check_layout(divided, int(os.environ.get("WORLD_SIZE", "1")))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, whatever the run's layout was
-    step = configured.recorded_step(options) if options.against is None else 0
+    step = configured.recorded_step(options) if options.against is None else None
+    config = load_run(directory, paths, step)
     differs: list[Finding] = []
 
     def work() -> None:
-        if options.against is not None:
+        if step is None:
             differs.extend(_compare(directory, options.against, config))
         else:
             differs.extend(_replay(directory, step, config, options))

@@ -18,7 +18,7 @@ from megatron_gvpo.groups import Routing
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe.mismatch import mismatch
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
-from megatron_gvpo.observe.step_records import read, recorded_steps
+from megatron_gvpo.observe.step_records import read
 from megatron_gvpo.replay.certificate import Cause, Certificate, Token
 from megatron_gvpo.replay.findings import Tolerances
 from megatron_gvpo.replay.judge import (
@@ -36,7 +36,7 @@ from megatron_gvpo.replay.judge import (
 from megatron_gvpo.replay.kept_tokens import listed, origin
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.routing import RouterModules
-from megatron_gvpo.replay.run import earlier_findings, rows_of
+from megatron_gvpo.replay.run import earlier_findings, rows_of, steps_like
 from megatron_gvpo.replay.templates import OtherTemplates
 from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
@@ -165,7 +165,7 @@ def _check_all_are_saved(config: Config, what: str) -> None:
 
 def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, ExactJudge]:
     """Return the judges of the wanted versions of the weights, as far as they can be computed again."""
-    local, recorded = in_layout(config), recorded_steps(config.output_dir)
+    local, recorded = in_layout(config), steps_like(config.output_dir, step)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
     if early is None or any(s not in recorded for s in range(early.step + 1, step)):
         early = Start.before(config.output_dir, step, recorded)

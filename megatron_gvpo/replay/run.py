@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.observe.step_records import StepRecord, read, recorded_steps
@@ -11,6 +12,7 @@ from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.numbers import NumbersReplay
 from megatron_gvpo.replay.rows import RowsReplay, state_after
 from megatron_gvpo.runs.one_machine import in_layout
+from megatron_gvpo.runs.record import settings_of
 from megatron_gvpo.settings.config import Config
 
 Tell = Callable[[Finding], None]
@@ -29,7 +31,7 @@ def replay(
     record = read(config.output_dir, step)
     limits = Tolerances.of(config.model.dtype)
     local = in_layout(config, layout)
-    start = Start.before(config.output_dir, step, recorded_steps(config.output_dir))
+    start = Start.before(config.output_dir, step, steps_like(config.output_dir, step))
     rows = rows_of(local, step, limits)
     differing: list[Finding] = []
 
@@ -49,6 +51,12 @@ def replay(
         passed_on(rows.findings(state))
         passed_on(_model_findings(model, rows, step))
     return _first(differing)
+
+
+def steps_like(output_dir: str, step: int) -> list[int]:
+    """The recorded steps that ran under the same settings as `step`, which the same model can repeat."""
+    _, since = settings_of(Path(output_dir), step)
+    return [recorded for recorded in recorded_steps(output_dir) if recorded > since]
 
 
 def _without_model(record: StepRecord, start: Start | None, with_model: bool) -> str:

@@ -11,16 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.record import settings_of
 from megatron_gvpo.runs.written import CONFIG
 from megatron_gvpo.settings.config import Config, build_config, load_config, merge, parse_override
 
 _PATHS = ("path", "convert", "function", "packages", "environment", "program", "tools", "directory")
 
 
-def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:
+def load_run(output_dir: Path, overrides: Sequence[str] = (), step: int | None = None) -> Config:
     """The configuration that the run in this directory has recorded. Raises ConfigError.
 
+    `step`: return the one under which this step ran, where the run was resumed with other settings.
     `overrides`: paths that differ on this machine, and secrets that the record lacks, as `{env: NAME}`;
     nothing else, because the run is not changed.
     """
@@ -32,7 +36,14 @@ def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:
             )
     if not (output_dir / CONFIG).is_file():
         raise ConfigError(f"RUN={output_dir}: there is no {CONFIG}: want the output_dir of a run")
-    return load_config([output_dir / CONFIG], [*overrides, f"output_dir={output_dir}"])
+    overrides = [*overrides, f"output_dir={output_dir}"]
+    earlier = None if step is None else settings_of(output_dir, step)[0]
+    if earlier is None:
+        return load_config([output_dir / CONFIG], overrides)
+    values = yaml.safe_load(earlier)
+    for override in overrides:
+        values = merge(values, parse_override(override))
+    return build_config(values)
 
 
 def check_model_is_there(config: Config) -> None:

@@ -102,6 +102,8 @@ def write_record(config: Config, step: int, world_size: int, run: str | None = N
     directory, earlier = Path(config.output_dir), _read_run(Path(config.output_dir))
     start = _start(step, world_size)
     starts = [*earlier["starts"], start]
+    if len(starts) > 1 and _trains_otherwise(earlier.get("config"), config):
+        starts[-2] = {**starts[-2], "config": earlier["config"]}  # the settings of the starts up to this one
     writes = sorted(names_written_by(config) | recorded_names(directory))
     identity = earlier.get("id") or run or secrets.token_hex(8)  # the run's checkpoints have the same id
     settings = yaml.safe_dump(as_written(config), sort_keys=False)
@@ -115,6 +117,26 @@ def write_record(config: Config, step: int, world_size: int, run: str | None = N
         for name, version in start["versions"].items()
         if before.get(name) != version
     ]
+
+
+def _trains_otherwise(earlier: str | None, config: Config) -> bool:
+    """True if steps that ran under the earlier settings cannot be computed again with `config`."""
+    differences = [] if earlier is None else changes(yaml.safe_load(earlier), config)
+    return any(change.fixed or change.key == "train.steps" for change in differences)
+
+
+def settings_of(directory: Path, step: int) -> tuple[str | None, int]:
+    """The settings under which a step ran, as YAML, and the step after which a run of them began.
+
+    None: those of config.yaml. All later steps up to this one ran under the same settings.
+    """
+    starts = _read_run(directory)["starts"]
+    own = max((i for i, start in enumerate(starts) if start["from_step"] < step), default=0)
+    ends = [i for i, start in enumerate(starts) if "config" in start]
+    last = next((i for i in ends if i >= own), None)
+    first = max((i + 1 for i in ends if i < own), default=0)
+    since = min((start["from_step"] for start in starts[first : own + 1]), default=0)
+    return None if last is None else starts[last]["config"], since
 
 
 def fingerprints(config: Config) -> dict[str, dict[str, Any]]:

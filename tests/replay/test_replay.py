@@ -46,7 +46,7 @@ TWO_STEPS = ("data.eval=null", "checkpoint.export_hf=false", "train.steps=2", "c
 
 def findings_of(out: Path, step: int = 2, **how: Any) -> tuple[Finding | None, list[Finding]]:
     findings: list[Finding] = []
-    config = load_run(out)
+    config = load_run(out, step=step)
     first = replay(config, step, how.pop("with_model", True), findings.append)
     return first, findings
 
@@ -90,6 +90,14 @@ def test_a_step_after_another_number_of_updates_has_the_learning_rate_of_the_run
     fit(configure(task, tmp_path, *how, "train.mini_batches=1"), [StopAfter(1)])
     fit(configure(task, tmp_path, *how), resume=True, allow_change=["train.mini_batches"])
     assert findings_of(tmp_path, 2)[0] is None
+
+
+def test_a_step_is_judged_by_the_schedule_under_which_it_ran(task: Path, tmp_path: Path):
+    """The run was resumed with more steps, which changes the learning rate of every step."""
+    fit(configure(task, tmp_path, *GRPO, *TWO_STEPS))
+    fit(configure(task, tmp_path, *GRPO, *TWO_STEPS, "train.steps=3"), resume=True)
+    assert [findings_of(tmp_path, step, with_model=False)[0] for step in (1, 2, 3)] == [None] * 3
+    assert findings_of(tmp_path, 3)[0] is None
 
 
 def test_records_above_the_limit_go_and_a_missing_one_is_named(sound: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from megatron_gvpo.algorithms.base import Block
@@ -17,7 +18,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.section import EVERY_KEY, Section
 from megatron_gvpo.runs.one_machine import load_run
-from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
+from megatron_gvpo.runs.record import check_unchanged, fingerprints, settings_of, write_record
 from megatron_gvpo.runs.settings_diff import changes, listed
 from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.rewards import RewardsConfig
@@ -382,3 +383,17 @@ def test_what_cannot_be_compared_is_named(run):
     for name in ("config.yaml", "run.json"):
         Path("out", name).unlink()
     assert compare(run, "train.seed=4") == "", "a run of an earlier version has no record"
+
+
+def test_a_step_has_the_settings_under_which_it_ran(run: Path):
+    """Steps 1 to 5 of the start that ended at 7 were kept, and 41 on came after a second change."""
+    Path("out/run.json").unlink()
+    for step, steps in ((0, 50), (5, 60), (5, 60), (40, 60), (40, 90)):
+        write_record(
+            load_config([run], [REWARD, f"train.steps={steps}", f"logging.tensorboard={step > 5}"]), step, 1
+        )
+    expected = {1: (50, 0), 5: (50, 0), 6: (60, 5), 40: (60, 5), 41: (None, 40)}
+    for step, (steps, since) in expected.items():
+        settings, begin = settings_of(Path("out"), step)
+        assert (settings and yaml.safe_load(settings)["train"]["steps"], begin) == (steps, since)
+        assert load_run(Path("out"), step=step).train.steps == (steps or 90)
