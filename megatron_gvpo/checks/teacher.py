@@ -85,6 +85,12 @@ def _check_lengths(config: Config, card: ModelCard) -> None:
         )
 
 
+def teacher_reads_text(config: Config) -> bool:
+    """True if the teacher has another tokenizer, so that it scores the text of responses."""
+    teacher = config.teacher
+    return teacher is not None and tokenizer_difference(config.model.path, teacher.path) is not None
+
+
 def tokenizer_difference(policy_path: str, teacher_path: str) -> str | None:
     """A difference between two models' tokenizers that matters for a response's tokens; None without one."""
     policy, teacher = Path(policy_path), Path(teacher_path)

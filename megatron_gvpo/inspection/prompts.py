@@ -145,7 +145,8 @@ def _enough(config: Config, task: Task) -> list[RunVerdict]:
     known = {_key(prompt) for prompt in task.prompts}
     if repeated := _repeated(config, task, len(known)):
         return [repeated]
-    if shared := sum(_key(prompt) in known for prompt in task.eval_prompts):
+    shared = sum(_key(prompt) in known for prompt in task.eval_prompts)
+    if shared and config.rollout.conversation is None:
         return [
             warning(
                 "data",
@@ -159,9 +160,9 @@ def _enough(config: Config, task: Task) -> list[RunVerdict]:
 def _repeated(config: Config, task: Task, different: int) -> RunVerdict | None:
     """A warning if sampled prompts are there again, with another answer or often; `different`: prompts.
 
-    Two conversations with the same prompt may differ in their environment, and two prompts in their images.
+    Two conversations with the same prompt may differ in their environment.
     """
-    if not config.algorithm.samples_from_policy or task.images or config.rollout.conversation is not None:
+    if not config.algorithm.samples_from_policy or config.rollout.conversation is not None:
         return None
     count = len(task.prompts)
     if several := len({(_key(prompt), prompt.answer) for prompt in task.prompts}) - different:
@@ -179,5 +180,6 @@ def _repeated(config: Config, task: Task, different: int) -> RunVerdict | None:
     return None
 
 
-def _key(prompt: Prompt) -> tuple[int, ...]:
-    return prompt.token_ids
+def _key(prompt: Prompt) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The tokens with the images that they stand for, which equal tokens do not tell."""
+    return prompt.token_ids, tuple(image.digest for image in prompt.images)

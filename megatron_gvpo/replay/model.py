@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, token_weights
+from megatron_gvpo.checks.teacher import teacher_reads_text
 from megatron_gvpo.megatron.checkpoint.load import load_policy
 from megatron_gvpo.megatron.loss_pass import UpdateResult, with_references
 from megatron_gvpo.megatron.policy import Policy
@@ -176,10 +177,11 @@ class ModelReplay:
                     again = self.policy.score(rows)
                 elif reference != TEACHER:
                     again = self.policy.score_reference(rows)
-                elif self.policy.teacher is not None:
+                elif self.policy.teacher is not None and not teacher_reads_text(self._original):
                     again = self.policy.score_teacher(rows)
                 else:
-                    text = "the teacher is behind a server"
+                    is_served = self.policy.teacher is None
+                    text = f"the teacher {'is behind a server' if is_served else 'read texts, not tokens'}"
                     yield Finding("references", self._record.step, "not checked", text)
                     continue
                 finding = self._column("references", rows, recorded, again, self._limits.logp)

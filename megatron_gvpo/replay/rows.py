@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_gvpo.algorithms.base import Stateful
+from megatron_gvpo.checks.teacher import teacher_reads_text
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.groups import Group, Prompt, Rollout
@@ -291,6 +292,8 @@ class RowsReplay:
             trained = [rollout.trained for group in self._shaped for rollout in group.rollouts]
         except NotPossibleError:
             trained = None
+        # A teacher leaves out responses whose text it cannot score.
+        may_leave_out = teacher_reads_text(self.config)
         for rows in self._record.mini_batches:
             for i, position in enumerate(positions_of(rows)):
                 saved = self._saved[position]
@@ -302,7 +305,9 @@ class RowsReplay:
                     text = f"truncated={truncated} in the rows, but it ended by {saved['finish_reason']}"
                     return self._differs("rows", text, position)
                 is_trained = rows.trained_n is None or bool(rows.trained_n[i])
-                if trained is not None and is_trained != trained[position]:
+                if trained is None or (may_leave_out and not is_trained):
+                    continue
+                if is_trained != trained[position]:
                     text = f"trained={is_trained} in the rows, but {trained[position]} after the shapers"
                     return self._differs("rows", text, position)
         return None

@@ -34,7 +34,8 @@ class McpConfig(Section):
     free_keys = ("env", "headers")
 
     command: tuple[str, ...] = ()  # The program and its arguments; it speaks over its input and output.
-    env: dict[str, str] = Field(default_factory=dict)  # The program's environment, besides PATH and HOME.
+    # The program's environment, besides PATH, HOME, USER, LOGNAME, SHELL and TERM.
+    env: dict[str, str] = Field(default_factory=dict)
     url: str | None = None  # The address of a server that speaks streamable HTTP.
     headers: dict[str, str] = Field(default_factory=dict)  # HTTP headers for that address.
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.groups import Image
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts, shown_solutions
 from megatron_gvpo.inspection.responses import inspect_responses
@@ -203,6 +205,16 @@ def test_prompts_that_are_dropped_are_counted(task: Path) -> None:
 def test_held_out_prompts_that_are_trained_on_are_found(task: Path) -> None:
     shared = verdict(prompts_of(task, data={"eval": {"path": str(task / "train.jsonl")}}), "data")
     assert shared.level == "warning" and "12 of 12" in shared.sentence
+
+
+def test_prompts_that_differ_in_images_or_environment_are_not_the_same(task: Path) -> None:
+    config = configure(task, data={"eval": {"path": str(task / "train.jsonl")}})
+    loaded = load_task(config, ModelCards(config).policy)
+    other = [replace(p, images=(Image("b.png", "b", (1, 2, 2), 1),)) for p in loaded.eval_prompts]
+    assert verdict(inspect_prompts(config, replace(loaded, eval_prompts=other)), "data").level == "ok"
+    talks = {"conversation": {"environment": "games:Game", "turns": 2, "turn_tokens": 8}}
+    config = configure(task, data={"eval": {"path": str(task / "train.jsonl")}}, rollout=talks)
+    assert verdict(inspect_prompts(config, loaded), "data").level == "ok"
 
 
 @pytest.mark.parametrize(

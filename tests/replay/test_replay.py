@@ -92,14 +92,6 @@ def test_a_step_after_another_number_of_updates_has_the_learning_rate_of_the_run
     assert findings_of(tmp_path, 2)[0] is None
 
 
-def test_a_step_is_judged_by_the_schedule_under_which_it_ran(task: Path, tmp_path: Path):
-    """The run was resumed with more steps, which changes the learning rate of every step."""
-    fit(configure(task, tmp_path, *GRPO, *TWO_STEPS))
-    fit(configure(task, tmp_path, *GRPO, *TWO_STEPS, "train.steps=3"), resume=True)
-    assert [findings_of(tmp_path, step, with_model=False)[0] for step in (1, 2, 3)] == [None] * 3
-    assert findings_of(tmp_path, 3)[0] is None
-
-
 def test_records_above_the_limit_go_and_a_missing_one_is_named(sound: Path, tmp_path: Path):
     record = read(sound, 2)
     size = (sound / DIRECTORY / "step_000002.safetensors").stat().st_size

@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group
+from megatron_gvpo.replay.findings import Finding
+from megatron_gvpo.replay.run import replay
+from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.settings.config import Config, load_config
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -77,6 +80,10 @@ def test_the_text_is_scored_in_the_trainer_and_on_a_server(
     fit(taught(task, tmp_path / "trainer", teacher), [recorder])
     [_, line] = records(tmp_path / "trainer")
     check(reference, recorder.groups, line)
+    findings: list[Finding] = []
+    assert replay(load_run(tmp_path / "trainer"), 1, True, findings.append) is None
+    [text] = {f.text for f in findings if f.component == "references" and f.outcome == "not checked"}
+    assert text == "the teacher read texts, not tokens"
     assert "the teacher scores the text of responses" in caplog.text
     assert "have a special token, the policy's or the teacher's, inside their text" in caplog.text
     with teaching(teacher) as (url, served):
