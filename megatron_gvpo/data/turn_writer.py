@@ -72,8 +72,8 @@ class TurnWriter:
     def _frame(self) -> _Frame:
         """The texts that the template writes around an answer.
 
-        It has no header if the template takes no such chat, or if its prompts end with more than the header
-        of a message, such as <think>. Raises DataError if a prompt ends with something else.
+        It has no header if the template takes no such chat, or writes an answer after something else than the
+        end of a prompt: sampled responses follow that end, too.
         """
         if not self._chat:
             return _Frame()
@@ -84,12 +84,7 @@ class TurnWriter:
         before, answer, end = written.rpartition(_ANSWER)
         if answer and before.startswith(prompt):
             return _Frame(prompt, before.removeprefix(prompt), end)
-        if not answer or prompt.startswith(before) or opens_thoughts(prompt):
-            return _Frame(prompt)
-        raise DataError(
-            f"cannot be written: the chat template ends a prompt with {prompt[-40:]!r}, and writes "
-            f"{before[-40:]!r} in its place before an answer: use a template in which both are alike"
-        )
+        return _Frame(prompt)
 
     def _rendered(self, answer: str | None = None) -> str:
         """The made-up prompt, or the chat with an answer to it. Raises all errors of the template."""

@@ -410,13 +410,15 @@ def test_a_text_that_the_template_would_write_elsewhere_is_refused(tmp_path, mon
     assert load(tmp_path, record, "dataset").demonstration
     with pytest.raises(DataError, match=r"line 1: .* begins with '<think>he</think>hell', which the chat te"):
         load(tmp_path, record | {"completion": "<think>he</think>hell"}, "dataset")
+
+
+@pytest.mark.parametrize("answer", ["{{ m.content }}", "<x>{{ m.content }}"])
+def test_a_text_follows_the_end_of_its_prompt_where_the_template_writes_another(tmp_path, monkeypatch, answer):
+    """A sampled response follows it, too."""
     rendered_by(monkeypatch, opened="<other>")
-    assert load(tmp_path, record, "dataset").demonstration
-    rendered_by(monkeypatch, "<x>{{ m.content }}", opened="<other>")
-    with pytest.raises(
-        DataError, match=r"line 1: .* cannot be written: the chat template ends a prompt with"
-    ):
-        load(tmp_path, record, "dataset")
+    plain = load(tmp_path, {"prompt": "hello", "completion": "hell"}, "dataset").demonstration
+    rendered_by(monkeypatch, answer, opened="<other>")
+    assert load(tmp_path, {"prompt": "hello", "completion": "hell"}, "dataset").demonstration == plain
 
 
 def test_an_unknown_role_is_refused(tmp_path):
