@@ -413,8 +413,8 @@ def test_a_text_that_the_template_would_write_elsewhere_is_refused(tmp_path, mon
 
 
 @pytest.mark.parametrize("answer", ["{{ m.content }}", "<x>{{ m.content }}"])
-def test_a_text_follows_the_end_of_its_prompt_where_the_template_writes_another(tmp_path, monkeypatch, answer):
-    """A sampled response follows it, too."""
+def test_a_text_follows_the_end_of_its_prompt_as_samples_do(tmp_path, monkeypatch, answer):
+    """Also where the template writes a turn after another text."""
     rendered_by(monkeypatch, opened="<other>")
     plain = load(tmp_path, {"prompt": "hello", "completion": "hell"}, "dataset").demonstration
     rendered_by(monkeypatch, answer, opened="<other>")
