@@ -15,7 +15,6 @@ from megatron_gvpo.algorithms.curriculum.prompts import Allocation, Equal, InOrd
 from megatron_gvpo.algorithms.curriculum.tracker import NoPrior, Prior, Tracker
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
-from megatron_gvpo.algorithms.losses.gvpo_plus_plus import GVPOPlusPlus
 from megatron_gvpo.algorithms.members.base import Member
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
 from megatron_gvpo.algorithms.registry import choice
@@ -256,8 +255,6 @@ class AlgorithmConfig(Block):
             return None
         if not loss.has_terms and loss.divergence is not None:
             return f"loss.divergence.reference={loss.divergence.reference}"
-        if isinstance(loss, GVPOPlusPlus) and {"var", "cov"} <= set(loss.terms):
-            return f"loss.reference={loss.reference}"
         if isinstance(estimator, distillation.Distillation) and estimator.rewards is None:
             return f"estimator.reference={estimator.reference}"
         return None
