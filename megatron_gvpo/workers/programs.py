@@ -157,7 +157,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _kill(child: _Child) -> None:
-    """End the program, and the other processes of its session."""
+    """End the program, and the other processes of its group; those of other groups end with the worker."""
     with suppress(OSError):
         signal.pidfd_send_signal(child.ends, signal.SIGKILL)
     with suppress(OSError):
