@@ -63,8 +63,8 @@ from megatron_gvpo.settings.config import load_config
             "leaves one response of each group",
         ),
         ("{members: [{name: demonstration, slot: longest}]}", "it goes with place=replace"),
-        ("{members: [{name: demonstration, right: 0.5}]}", "it goes with when=all_wrong"),
-        ("{members: [{name: teacher, function: 'math:sqrt', right: 0.5}]}", "when=all_wrong"),
+        ("{members: [{name: demonstration, right: 0.7}]}", "it goes with when=all_wrong"),
+        ("{members: [{name: teacher, function: 'math:sqrt', right: 0.7}]}", "when=all_wrong"),
         ("{members: [{name: hinted, fields: [h], keep_group: false}]}", "it goes with prompt=hinted"),
         (
             "{members: [{name: hinted, best_draft: true, prompt: hinted, source: demonstration}]}",
@@ -109,7 +109,7 @@ from megatron_gvpo.settings.config import load_config
             "{recipe: grpo, loss: {demonstrations: shaped}, members: [{name: hinted, fields: [h]}]}",
             "loss.demonstrations=shaped has no effect without members that bring solutions",
         ),
-        ("{members: [{name: hinted, fields: [h], when: always, right: 0.5}]}", "it goes with when=all_wrong"),
+        ("{members: [{name: hinted, fields: [h], when: always, right: 0.7}]}", "it goes with when=all_wrong"),
         (
             "{members: [{name: learned_hint, function: 'math:pow', penalty: -1}]}",
             "penalty=-1.0 has no effect: it goes with hints of the policy",
@@ -135,7 +135,7 @@ def test_an_option_of_a_block_that_its_others_switch_off(good, algorithm, proble
         "{recipe: mc_grpo, loss: {aggregation: {count_masked: true}}}",
         "{recipe: grpo, loss: {cross_context: true}, members: [exemplars]}",
         "{recipe: grpo, loss: {demonstrations: shaped}, members: [{name: teacher, function: 'math:pow'}]}",
-        "{recipe: grpo, members: [{name: hinted, fields: [h, i], when: always, right: 0.5}]}",
+        "{recipe: grpo, members: [{name: hinted, fields: [h, i], when: always, right: 0.7}]}",
     ],
 )
 def test_an_option_that_another_block_reads(good, algorithm):
