@@ -356,7 +356,7 @@ def test_thoughts_that_the_template_opens_are_not_opened_again(form, tmp_path, c
     assert "has no </think>: the model would learn to answer within its thoughts" in caplog.text
 
 
-# What templates write before an assistant's text: as gpt-oss', GLM 4.5's and Qwen3's, and Mistral's old one.
+# Templates write these texts before an answer: as gpt-oss', GLM 4.5's and Qwen3's, and Mistral's old one.
 BEFORE_TEXTS = {
     "a channel": (
         "{% if '<|channel|>' in m.content %}{{ raise_exception('a channel in the content') }}{% endif %}"
